@@ -39,7 +39,8 @@ LABELS = ("model", "salt", "adapter", "session", "server")
 _ROW = ("lengths", "prompt_blocks", "tokens", "reach", "output_tokens", "starts")
 _REFERENCES_AT_ONCE = 1 << 20
 _IDS_AT_ONCE = 1 << 22
-_LARGEST_SHARE = 4  # the table of small ids has at most this many entries for each reference
+# Ids below this many times (references numbered so far + _REFERENCES_AT_ONCE) are small.
+_LARGEST_SHARE = 4
 _SAMPLE_REQUESTS = 8
 _SAMPLE_TOKENS = 1026  # enough for a page of 1024 tokens, the next token, and a bigram
 
@@ -61,7 +62,7 @@ class Hashing:
 
     @classmethod
     def of(cls, profile: Profile) -> Hashing:
-        """Return the hashing of a profile. The profile must not be inferred."""
+        """Return the hashing of a profile. An inferred profile has none (`Profile.inferred`)."""
         return cls(
             profile.page_size, profile.hash_unit == "bigram", release_of(profile.sglang).seeds
         )
@@ -158,16 +159,17 @@ class Requests:
     offsets: [requests + 1] int64. Request i has blocks[offsets[i]:offsets[i + 1]].
     tokens: [requests] int64, number of prompt tokens; -1 if unknown.
     reach: [requests] int64, number of leading blocks that a server can take from a store. The page
-        of the last token is out of reach, because a server always computes that token. If tokens
-        are unknown, all blocks are within reach.
+        of the last prompt token is out of reach, because a server always computes that token. All
+        blocks with ids are within reach. So are all pages if the input does not state the number of
+        tokens, or if the page size is unknown.
     output_tokens: [requests] int64, number of generated tokens; -1 if unknown.
     prompt_blocks: [requests] int64, number of blocks of the prompt. Blocks of generated tokens may
         follow in the chain.
     block_tokens: number of tokens of a full block; 0 if unknown.
     times: [requests] float64, time in the unit of the input; None if unknown.
     seconds_per_unit: number of seconds in one unit of `times`; None if unknown.
-    starts: [requests] int64, place of the request in the input, for `Trace.again`; None if the
-        requests have no places.
+    starts: [requests] int64, place of the request in the input, for `Trace.again`; None if a
+        request has no place.
     cached: [requests, 3] int64, number of prompt tokens that device, host and storage served; -1 if
         unknown. If only the sum is known, it stands first. None if no request has such numbers.
     labels: texts of requests by kind (`LABELS`). Kinds that no request has are left out.
@@ -362,6 +364,7 @@ class Requests:
     def _made_of(self, places: IntArray, *, fewer: bool, **columns: Any) -> Requests:
         """Return requests with other columns, and with the blocks at some places of `blocks`.
 
+        places: indices into `self.blocks`.
         fewer: whether names may become unused, and are to be dropped then.
         columns: columns to replace, by name.
         """

@@ -1,4 +1,4 @@
-"""Find out whether another deployment has missing pages, or requests were hashed wrongly."""
+"""Find out whether another deployment has the missing pages, or the hashing is wrong."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def miss_remarks(
     hits: Hits,
     elsewhere: list[Elsewhere],
 ) -> list[str]:
-    """Return a remark if another deployment has missing pages, or if the hashing seems wrong.
+    """Return a remark if another deployment has the missing pages, or if the hashing seems wrong.
 
     elsewhere: result of `find_elsewhere`.
     """
@@ -141,8 +141,9 @@ _PAGE_SIZES = tuple(1 << power for power in range(11))
 def suspect_hashing(url: str, inventory: Inventory, chains: Requests) -> str:
     """Return a remark if the store has pages, but no page of any chain; else "".
 
-    Wrong hashing is the likely cause. So hash the first requests with the usual page sizes, with
-    both hash units, and with and without a namespace, and look for the resulting pages.
+    Wrong hashing is the likely cause. So hash the first requests with the usual page sizes, over
+    tokens and over token pairs, and with and without any extra_key and cache_salt. Then look for
+    the resulting pages.
     inventory: all objects of the store.
     """
     hashing = chains.hashing

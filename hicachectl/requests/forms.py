@@ -35,15 +35,16 @@ class Request(msgspec.Struct, frozen=True):
     where: "FILE: line N", for messages.
     token_ids: tokens of the prompt; empty with block_ids or page_hashes.
     extra_key: text that seeds the hashes besides the salt: SGLang's extra_key, followed by the
-        lora_id.
-        None if the text is empty (managers/io_struct.py).
+        lora_id. None if the text is empty (managers/io_struct.py).
     cache_salt: SGLang's member of this name; None if it is empty.
-    block_ids: ids of blocks of tokens. Equal ids have equal prefixes. None with token_ids.
+    block_ids: ids of blocks of tokens. Equal ids have equal prefixes. None if the input
+        has no such ids.
     time: time of the request, in the unit of the input; None if unknown.
     input_tokens: number of prompt tokens; -1 if unknown.
     output_tokens: number of generated tokens; -1 if unknown.
     start: place at which `Trace.again` finds the request; -1 without a file.
-    page_hashes: hexadecimal hashes of the prompt's full pages, if the input names pages.
+    page_hashes: hexadecimal hashes of the prompt's full pages; None if the input does not name
+        pages.
     block_tokens: number of tokens of a full block; 0 if the input does not state it.
     output_ids: generated tokens; empty if the input does not have them.
     cached: number of prompt tokens that device, host and storage served; None if unknown. If only

@@ -155,7 +155,9 @@ class Hits:
         return whole
 
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
-        """Return which object sets of a page are needed to restore prefixes: [page_names, needs].
+        """Return which blocks of `needs` each page must have: [page_names, needs].
+
+        Without these, servers cannot restore the prefixes.
 
         A prefix needs trailing pools only in the window at its end.
         prefix_pages: [chains] length of each prefix; None for `usable_pages`.
@@ -340,7 +342,7 @@ def _are_cleared(
 
 
 def _held(block: SlotBlock, count: int) -> BoolArray:
-    """Return which pages have every object of a set, all usable by servers (HELD): [pages]."""
+    """Return which pages have every object of a block, all usable by servers (HELD): [pages]."""
     held = np.zeros(count, dtype=np.bool_)
     held[block.where(block.values == HELD).complete] = True
     return held

@@ -133,7 +133,8 @@ def measure_hits(
     """Return how far servers can restore each request, and which of its other pages exist.
 
     Raises UsageError if the requests do not have the groups of `by`. Raises ProfileError if the
-    profile contradicts the store, or if `choice` fits several deployments. Raises StoreUnavailable.
+    profile contradicts the store, or if `choice` fits no deployment or several. Raises
+    StoreUnavailable.
     """
     profile, requests = request.profile, request.requests
     for by in request.by:

@@ -188,7 +188,7 @@ class Trace:
     ) -> Iterator[Request]:
         """Yield every request with its tokens. Raises as `requests` does.
 
-        context: context that collects the notes; None to drop them.
+        context: context that collects the notes for `remarks`; None to drop them.
         only: starts of the wanted requests; None for all requests.
         """
         context = context or Context(self._block_size)
@@ -233,7 +233,10 @@ class Trace:
             )
 
     def _lines(self) -> Iterator[Line]:
-        """Return the lines of the input. The first line in a known form decides the form."""
+        """Return the lines of the input.
+
+        The first line decides the form, or else the first line of a log does.
+        """
         if self._form is None:
             head = self._inputs.head()
             self._form = next((f for f in FORMS if f.is_document and f.recognises(head)), None)
@@ -435,8 +438,8 @@ def request_lines(
 
     limit: largest number of bytes of a line; None for MAX_LINE_BYTES.
     what: plural noun for the lines, in the message.
-    required: whether to raise UsageError for a file that has only blank lines. Otherwise an empty
-        file of requests would count as fully served.
+    required: whether to raise UsageError for a file that has only blank lines. Requests need this,
+        because an empty file would count as fully served.
     """
     end, is_empty = 0, True
     for number, line in read_lines(path, MAX_LINE_BYTES if limit is None else limit):

@@ -310,7 +310,9 @@ def _arrival(
     """Return the time at which a request arrived, in Unix seconds.
 
     SGLang writes the time of arrival only with --enable-metrics. Otherwise, return the time of the
-    first piece of a streamed answer, or the time of any other answer minus its duration.
+    first piece of a streamed answer, or the time of any other answer minus its duration. If the
+    record has neither, return the time of its line in the log minus the duration; None without such
+    a time.
     """
     if meta.request_received_ts is not None:
         return meta.request_received_ts
