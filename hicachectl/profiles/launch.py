@@ -206,7 +206,9 @@ def _launches(text: str) -> Iterator[Launch]:
 def _of_words(
     command: Command, variables: Mapping[str, str | None], depth: int = 0
 ) -> Iterator[Launch]:
-    """Yield the launch of a command that starts a server, or the launches in its `bash -c` script.
+    """Yield the launch of a command that starts a server, or the launches in the command's scripts.
+
+    A script is a word such as the word after `bash -c`, or the words after `eval`.
 
     variables: environment of the script, as far as it is known.
     depth: number of scripts around the command.
@@ -408,7 +410,7 @@ def read_arguments(
 def _stated(launch: Launch) -> dict[str, Any]:
     """Return the fields of ServerArgs that a command states.
 
-    If a file has the options of the store, the field of these options is a mapping.
+    If a file has the options of the storage backend, the field of these options is a mapping.
     """
     switches = {name for flag in recorded().flags if flag.values == 0 for name in flag.names}
     for before, word in zip(("", *launch.arguments), launch.arguments, strict=False):

@@ -62,8 +62,8 @@ class StoredPool(NamedTuple):
     layers: numbers of the model's layers that the pool stores. The layers of a draft are numbered
         from 0.
     packed: number of draft layers that the pool stores after the model's layers.
-    trailing: number of pages at the end of a tree node that have an object; 0 if all pages have
-        an object.
+    trailing: number of last pages of a node of SGLang's radix tree that have an object; 0 if all
+        pages have an object.
     """
 
     name: str
@@ -90,7 +90,7 @@ def without_memory() -> Iterator[None]:
     def allocate(_self: Any, dims: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
         del device
         if not math.prod(dims):
-            # A pool without layers has this size. SGLang's own allocation refuses it.
+            # A pool without layers asks for 0 bytes. SGLang's own allocation refuses this.
             common.alloc_mmap(dims, dtype)
         return torch.empty(dims, dtype=dtype, device="meta")
 
@@ -307,7 +307,7 @@ def _stored_pool(entry: Any, first: int, trailing: int) -> StoredPool:
 def page_bytes(host: Any) -> int:
     """Return the number of bytes of a page's object.
 
-    An asymmetric pool gives no flat page, so the bytes of its K and V are added.
+    A pool with K and V of different widths gives no flat page, so their bytes are added.
     """
     if type(host).__name__ == "LogicalHostPool":
         return 0
@@ -383,7 +383,7 @@ def _draft_sidecars(plan: Any) -> tuple[Any, ...]:
 def _draft_host_pools(
     target: Any, plan: Any, result: Any, transfers: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the sidecar specs and entries of the draft.
+    """Return the draft's sidecar specs, and the entries of its host pools.
 
     transfers: number of the target's layers to transfer.
     Source: maybe_register_hicache_draft.
@@ -467,15 +467,16 @@ def _stand_in(config: Any, rank: Rank) -> Any:
     if rank.pp > 1 and states:
         stages = get_pp_indices(config.num_hidden_layers, rank.stage, rank.pp)
         model.start_layer, model.end_layer = stages
-    # A model without a pool for its window layers can also have this method, so check
-    # `is_hybrid_swa`, too.
+    # A model without a pool for its window layers can also have the method
+    # `get_attention_sliding_window_size`, so check `is_hybrid_swa`, too.
     if config.is_hybrid_swa and hasattr(model_class, "get_attention_sliding_window_size"):
         asked = model_class.__new__(model_class)
         torch.nn.Module.__init__(asked)
         asked.config = config.hf_config
         asked.text_config = config.hf_text_config
-        # The method of a wrapper calls the language model inside, which was not built. So give the
-        # wrapper a stand-in, which returns the result of the function of this name in its module.
+        # The method of a wrapper calls the same method of the language model inside, which was not
+        # built. So give the wrapper a stand-in for the language model. The stand-in returns the
+        # result of the wrapper module's function `get_attention_sliding_window_size`.
         module = sys.modules[model_class.__module__]
         if function := getattr(module, "get_attention_sliding_window_size", None):
             size = mock.Mock(return_value=function(asked.config))
@@ -729,8 +730,8 @@ def _described(
 ) -> tuple[dict[str, Any], str]:
     """Return the fields of a pool in a profile, and a comment; "" for no comment.
 
-    A pool gets a kind with known bytes only if, in each stage, the object size of this kind equals
-    the size of a page in the host pool. Otherwise the pool is opaque.
+    A pool gets a kind with known bytes only if, in each stage that has the pool, the object size of
+    this kind equals the size of a page in the host pool. Otherwise the pool is opaque.
     """
     form = _FORMS.get(type(pool.host).__name__)
     row = form(runner, pool) if form else {}
@@ -826,8 +827,8 @@ def _inkling_convolutions(config: Any, _host: Any) -> list[dict[str, Any]]:
     return [{"shard_axis": 1, **one} for one in divided]
 
 
-# For each class of SGLang's config: the function that says how TP divides its convolutions.
-# `_channels` says so for all other classes.
+# For each class of SGLang's config: the function that returns how TP divides the states of the
+# model's convolutions. For all other classes, `_channels` does.
 _CONVOLUTIONS: dict[str, Callable[[Any, Any], list[dict[str, Any]]]] = {
     "ZayaConfig": _zaya_convolutions,
     "InklingModelConfig": _inkling_convolutions,
@@ -862,8 +863,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _form_bytes(row: Mapping[str, Any], pool: StoredPool, page_size: int, tp: int) -> int:
-    """Return the number of bytes that a rank's object has by the pool's fields in a profile.
+    """Return the number of bytes of a rank's object, computed from the pool's fields in a profile.
 
+    row: these fields.
     Return -1 if TP does not divide a state.
     """
     layers = len(pool.layers) + pool.packed

@@ -52,7 +52,7 @@ class ServerReplies:
 
 @dataclass(frozen=True, slots=True)
 class ServerProfile:
-    """Profile of a server without its weights.
+    """Profile of a server. The profile does not name the weights.
 
     deployment: flags and settings of the server.
     warnings: warnings to show.
@@ -164,7 +164,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the hit policy of each pool in a server's key layout.
 
-    Only servers with Mooncake have such a layout. It has an entry for each pipeline stage.
+    Only servers with Mooncake have such a layout. It has an entry for each pool and pipeline stage.
     Source: MooncakeStore.describe_l3_object_layout.
     """
     described = layout.get("hicache_object_layout") if layout else None

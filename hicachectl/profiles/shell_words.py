@@ -53,7 +53,8 @@ _ENDS = {
 }
 _SKIPPED = ("then", "do", "else", "elif", "!", "time")
 _DECLARERS = ("declare", "export", "local", "readonly", "typeset")
-# `_READS` finds expansions that only read their variable. `_FLAG` finds flags, which name none.
+# `_READS` finds expansions that only read their variable. `_FLAG` finds flags, which name no
+# variable.
 _READS = re.compile(r"\$(?:\w+|\{#?[A-Za-z_]\w*(?:\[[@*]\])?(?=\}|:?[-+?]|[%#/^,@]))", re.ASCII)
 _FLAG = re.compile(r"(?<![^\s=])--[A-Za-z][\w-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
