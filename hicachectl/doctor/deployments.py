@@ -129,7 +129,7 @@ def deployment_checks(
 ) -> tuple[list[Check], Fraction | None]:
     """Compare a server's deployment with the deployments that have pages in the store.
 
-    stated: profile that `ListedStore.mending` names.
+    stated: profile that suggested commands name (`ListedStore.mending`); None if they name none.
     request_words: see `DoctorRequest`.
     There is nothing to compare if the store has no page, or if the server does not state its
     deployment.
@@ -449,7 +449,7 @@ def _deciding(
     stated: Profile | None,
     request_words: str,
 ) -> str:
-    """Return advice that decides between the explanations of a size.
+    """Return advice that shows the user which explanation of a size is right.
 
     The text is empty if there are fewer than two explanations, or if none is a page size.
     """
@@ -532,7 +532,7 @@ def _recorded(listed: ListedStore, key_model: str) -> set[int]:
     try:
         markers, stamp = markers_of(listed.store), read_stamp(listed.store, key_model)
     except HicacheError:
-        return set()  # `store_checks` report the error
+        return set()  # `store_checks` reports the error
     sizes = {one.identity.page_size for one in markers if one.identity.model == key_model}
     if stamp is not None:
         sizes.add(stamp.profile.page_size)
@@ -549,7 +549,7 @@ def _layout(server: LiveServer, listed: ListedStore) -> Iterator[Check]:
         key_model = profile.key_model if profile else _own_keys(server).names.model
         stamp = read_stamp(listed.store, key_model)
     except HicacheError:
-        return  # `store_checks` report the error
+        return  # `store_checks` reports the error
     if stamp is None or not layout:
         return
     if stamp.profile.layout == layout:

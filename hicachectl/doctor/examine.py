@@ -225,7 +225,7 @@ def _statuses(store: Store | None) -> Sequence[RankStatus]:
         with side:
             return read_statuses(side).statuses
     except (OSError, HicacheError):
-        return ()  # live_checks report that the counters of the plug-in are not known
+        return ()  # `live_checks` reports that the counters of the plug-in are not known
 
 
 def _requests(
@@ -255,7 +255,7 @@ def _given(
     servers: Sequence[LiveServer],
     looks: Sequence[Watched],
 ) -> GivenRequests:
-    """Return the requests with the tokens that the first answering server has restored."""
+    """Return the requests, and how many tokens the first answering server has restored."""
     measured = HitsRequest(requests=requests, profile=listed.profile, threshold=request.threshold)
     for server, look in zip(servers, looks, strict=True):
         if not server.problem:

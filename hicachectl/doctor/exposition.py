@@ -54,7 +54,7 @@ _KEPT = tuple(
 # All ranks of these kinds find and restore the same pages, so each rank counts the same tokens. But
 # each data-parallel rank has its own requests, so its label is not among these.
 _RANKS = frozenset({"tp_rank", "pp_rank", "attn_cp_rank", "moe_ep_rank", "dcp_rank", "rank"})
-# A real server has 4 KB of such lines for each rank. A line has 200 bytes. The parser takes a
+# A real server has 4 KB of lines to keep for each rank. A line has 200 bytes. The parser takes a
 # second for a megabyte, and quadratic time for a long line.
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_LINE_BYTES = 1 << 13

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ListedStore:
     """A store that was opened and listed once, and facts about its servers.
 
-    mending: the store and the options of the profile in suggested commands.
+    mending: how suggested commands name the store and the profile.
     store: the open store; None if it could not be opened.
     inventory: all objects; None if they could not be listed.
     problem: why the store could not be opened or listed, and the next step; "" if it was listed.
@@ -32,7 +32,7 @@ class ListedStore:
     has_servers: whether servers were asked, and their deployments are compared with the store's.
     profile: profile of the servers, or of the options; None if unknown.
     started: start of the first server, Unix seconds; None if unknown.
-    weights: texts that name the weights of the ranks that serve with the plug-in.
+    weights: names of the weights of the ranks that serve with the plug-in.
     explained: ratios of actual object size to expected object size that the checks of servers'
         deployments explain by a setting.
     is_shared: whether all servers that were asked are known to use the store.

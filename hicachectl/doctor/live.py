@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 # losses. If half or more is lost, the store loses more than it gives.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
-# If fewer tokens are lost than this many of the smallest look-ups have, the loss can be one unlucky
-# moment, and shows no rate.
+# If fewer tokens are lost than this many look-ups of the smallest size have, the loss can be one
+# unlucky moment, and shows no rate.
 _FEW_LOOKUPS = 4
 # Losses for these reasons cost nothing, because the device had the tokens when they came, or the
 # store was cleared.
@@ -82,12 +82,12 @@ def live_checks(
 ) -> list[Check]:
     """Return the checks of the counters of a server and of its plug-in.
 
-    There are no checks for a server without a backend.
+    There are no checks for a server that does not answer, or has no storage backend.
 
     first: first look at `/metrics`.
     second: later look at `/metrics`; the first look again if there was only one.
     statuses: status files of the plug-in in the store.
-    mending: the store and the options of the profile in suggested commands.
+    mending: how suggested commands name the store and the profile.
     has_requests: whether requests were given. Other checks judge these requests.
     If a counter grew between the looks, its growth is judged. If none grew, the totals since the
     server's start are judged.
@@ -118,7 +118,7 @@ class _Counters:
     totals: counts since the server's start.
     judged: growth between two looks; the totals if no counter grew.
     period: time in which `judged` was counted, in words.
-    mending: the store and the options of the profile in suggested commands.
+    mending: how suggested commands name the store and the profile.
     has_requests: whether requests were given.
     """
 
@@ -152,7 +152,8 @@ class _Counters:
         measure: function of a look that returns the number of lost tokens, and the number of all
             tokens that could have been lost.
         what: name of all tokens.
-        reason: reason that has the meaning and the remedy; "" for the reason called `name`.
+        reason: name of the reason (`checks.reasons`) whose meaning and remedy the check states; ""
+            for `name`.
         done: verb for the lost tokens.
         """
         lost, whole = measure(self.judged)

@@ -32,7 +32,7 @@ class LiveServer:
     info: parsed `/server_info`; empty if the server cannot be reached.
     layout: parsed `/get_hicache_l3_cache_layout`; empty if the server has none.
     states: `internal_states`, one for each data-parallel rank; empty if the reply has none.
-    settings: present arguments of the server. These are the members of `info`, but members of the
+    settings: current arguments of the server. These are the members of `info`, but members of the
         first state replace members of the same name.
     deployment: flags and model paths; None if the reply does not state them.
     profile: profile made from the replies, with the weights if they can be read. If the replies do

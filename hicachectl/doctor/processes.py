@@ -90,8 +90,9 @@ def processes_of(url: str) -> Processes:
 def own_statuses(server: LiveServer, statuses: Sequence[RankStatus]) -> list[PluginStatus]:
     """Return the statuses of a server's plug-in that are kept up to date.
 
-    For a server on this machine, these are the statuses of its processes. For a server on another
-    machine, these are all statuses of its model.
+    If the server's processes are found on this machine, these are the statuses of the processes. If
+    the processes have none, these are the statuses of its model from other machines. If no process
+    is found, these are all statuses of its model.
     """
     model = server.deployment.flags.model if server.deployment else None
     serving = [

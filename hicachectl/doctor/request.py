@@ -38,7 +38,7 @@ class DoctorRequest:
     watch_seconds: time between two looks at the servers' counters.
     sample_pages: number of pages to read; 0 reads none.
     write_probe: whether to send each server a random prompt, and look for its pages in the store.
-    mending: the store and the options of the profile in suggested commands.
+    mending: how suggested commands name the store and the profile.
     request_words: options that name the requests in suggested commands, such as `--trace FILE`.
     """
 

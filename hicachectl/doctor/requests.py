@@ -29,8 +29,8 @@ _SET_THRESHOLD = (
     'set "prefetch_threshold" in --hicache-storage-backend-extra-config, and restart the server'
 )
 
-# Stores evict, so missing pages may stop up to one request in _FEW. If they stop more than one
-# request in _SEVERAL, the check fails.
+# Stores evict, so missing pages can stop up to one request in _FEW in a sound store. If they stop
+# more than one request in _SEVERAL, the check fails.
 _FEW, _SEVERAL = 100, 10
 
 # Faults of an object that stops requests, as `StopRow` names them.

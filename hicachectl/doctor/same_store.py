@@ -1,7 +1,7 @@
 """Find out whether a server writes into the store that the command was given.
 
 An equal path proves nothing, because a container has its own mounts, and because an environment
-variable that the server shows nowhere overrides its settings.
+variable that the server shows nowhere can override its settings.
 """
 
 from __future__ import annotations

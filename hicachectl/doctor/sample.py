@@ -53,7 +53,7 @@ _VALUES = frozenset(
 )
 _APART = _UNREADABLE | _STAMP | _IDENTITY | _DTYPE | _LAYOUT | _TEMPORARIES | _VALUES
 _NO_DAMAGE = frozenset({"foreign-object", "ambiguous-key", "other-deployment", "disk-only"})
-# Beginnings of the differences from the stamp that the checks of the server's deployment name.
+# Beginnings of details of `stamp-mismatch` that the checks of a server's deployment report, too.
 _DEPLOYED = ("page_size:", "layout:", "tp:", "pp:", "cp:", "dcp:", "tag:", "model:")
 
 _check = partial(Check, group=STORE)
@@ -106,7 +106,7 @@ def _of_scales(inventory: Inventory, scales: Collection[Fraction]) -> BoolArray:
 
 
 class _Findings:
-    """Findings of a part.
+    """Findings of `verify` in the listing and in the sample.
 
     changes: findings about changes of dtype or layout.
     pages: number of pages in the store.
@@ -153,7 +153,8 @@ class _Findings:
     def verify(self, listed: ListedStore) -> str:
         """Return the command that lists these findings.
 
-        `verify` refuses a profile that describes no page of the store.
+        The command leaves out a profile that describes no page of the store, because `verify`
+        refuses such a profile.
         """
         options = "OPTIONS" if self._own.any() or not self._given else ""
         return listed.mending.command(f"hicachectl verify STORE {options} {self._grace}")
@@ -163,7 +164,7 @@ class _Findings:
         return self._table.filter(pc.is_in(self._table.column("code"), pa.array(list(codes))))
 
     def structural(self) -> pa.Table:
-        """Return the findings of the check `structure`: those that no other check judges."""
+        """Return the findings for the check `structure`: faults that no other check judges."""
         others = pa.array([*_APART, *_NO_DAMAGE])
         return self._table.filter(pc.invert(pc.is_in(self._table.column("code"), others)))
 
