@@ -56,8 +56,8 @@ DEFAULT_THRESHOLD = 256  # SGLang's prefetch_threshold, in tokens
 class BenchRequest:
     """Options of a bench.
 
-    profile: profile of the deployment; None for the profile that a pack records. Without a profile
-        here, other stores have none.
+    profile: profile of the deployment; None for the profile that a pack records. Other stores have
+        no profile then.
     most_bytes: limit on the bytes of the pages chosen in each store. Writes have at most a quarter
         of these bytes.
     seconds: time for the reads of each store. The writes of each store get as much time again.
@@ -111,7 +111,7 @@ def bench(
 ) -> Result:
     """Measure stores one after another.
 
-    The server of the request must have the first store attached.
+    With `probe_server`, the server of the request must have the first store attached.
 
     on_listed: function that is called with the number of objects of each batch of a listing.
     Raises EmptyStore, UsageError, ProfileError, DeviceError and StoreUnavailable.

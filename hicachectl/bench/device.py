@@ -62,9 +62,9 @@ class Objects:
 def timed_stages(
     store: Store, objects: pa.Table, sample: Sample, profile: Profile, device: torch.device | None
 ) -> Iterator[Stage]:
-    """Read a slab of each pool, and time the steps over it.
+    """Read some objects of each pool, and time the steps over them.
 
-    Pools of unknown form are left out.
+    Pools of unknown form, and pools whose objects cannot be read, are left out.
     objects: table of the inventory.
     device: device that does the steps; None for the CPU.
     Raises DeviceError and StoreUnavailable.
@@ -169,7 +169,7 @@ def _sparse_rows(objects: Objects, memory: torch.Tensor, device: torch.device) -
 
 
 def _sparse(rows: HostRows, pool: str) -> Stage:
-    """Time a step of the sparse loader in every layer, with no row in its slots."""
+    """Time a step of the sparse loader in every layer. Before, the loader holds no row."""
     import torch
 
     from hicachectl.device.sparse import SparseLoader

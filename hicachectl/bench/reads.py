@@ -42,11 +42,12 @@ _REGION_BYTES = 32 << 20
 _MOST_MEMORY = 2 << 30
 # Share of the time for the first reads of the batches.
 _FIRST_SHARE = 0.6
-# Most rounds of reads from memory, and seconds after which no further round begins.
+# Most rounds of reads from memory, and seconds after which only the first round goes on.
 _MOST_ROUNDS = 8
-_LEAST_SECONDS = 1.0
-# A turn of this many bytes, or this many seconds, is read through the store, then by the bare loop.
-# If both read each batch in turn, the second reader would find the bytes in the processor's cache.
+_ROUNDS_SECONDS = 1.0
+# Batches of more than this many bytes, or seconds, make a turn. A turn is read through the store,
+# and by the bare loop. If each batch were read twice in a row, the second reader would find the
+# bytes in the processor's cache.
 _TURN_BYTES, _TURN_SECONDS = 128 << 20, 0.5
 
 
@@ -59,7 +60,7 @@ class Timing(msgspec.Struct, kw_only=True):
     nbytes: bytes of the objects that were read.
     gone: number of objects that had vanished.
     failed: number of objects that could not be read.
-    seconds: duration through the store.
+    seconds: duration of the read through the store.
     bare_seconds: duration of the bare loop; None without one.
     """
 
@@ -84,8 +85,8 @@ def timed_reads(
 ) -> list[Timing]:
     """Read the batches of all ranks at once; return the times of the batches that began in time.
 
-    Ranks are processes, as on a server, if the store can be used in forked processes. Otherwise
-    they are threads.
+    Several ranks are processes, as on a server, if the store can be used in forked processes.
+    Otherwise they are threads.
     objects: table of the inventory.
     batches: batches of each rank.
     threads: number of threads of each rank.
@@ -245,7 +246,7 @@ class _Reader(Closing):
         for number in range(_MOST_ROUNDS if self.files is not None else 0):
             for turn in turns:
                 now = time.monotonic()
-                if now > deadline or (number and now > again_from + _LEAST_SECONDS):
+                if now > deadline or (number and now > again_from + _ROUNDS_SECONDS):
                     return
                 for timing in self._turn(rank, turn, bare_first=bool(number % 2)):
                     keep(timing)

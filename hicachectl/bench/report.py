@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicachectl.text.tables import Screen
 
 READ, WRITE = "read", "write"
-# Where the bytes of reads come from, in sentences.
+# Where the bytes of reads come from, as parts of a sentence.
 SOURCES = {
     COLD: "not from the page cache of this host",
     MIXED: "from the disk and from memory",
