@@ -1,4 +1,7 @@
-"""Outcome of a prewarm, made of its plan, the copied slices and the final count."""
+"""Outcome of a prewarm, made of its plan, the copied slices and the final count.
+
+In a run in parts, each part copies one slice of the plan.
+"""
 
 from __future__ import annotations
 
