@@ -157,9 +157,8 @@ class Hits:
     def needed(self, prefix_pages: IntArray | None = None) -> BoolArray:
         """Return which blocks of `needs` each page must have: [page_names, needs].
 
-        Without these, servers cannot restore the prefixes.
-
-        A prefix needs trailing pools only in the window at its end.
+        Without these, servers cannot restore the prefixes. A prefix needs trailing pools only in
+        the window at its end.
         prefix_pages: [chains] length of each prefix; None for `usable_pages`.
         """
         offsets = self.chains.offsets

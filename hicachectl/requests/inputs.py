@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
     where: file and line, for messages.
     place: number by which `Inputs.lines_from` finds the line again.
-    data: bytes of the line, with its end.
+    data: bytes of the line, with its line end.
     file: path of the file.
     """
 

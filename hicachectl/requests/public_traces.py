@@ -66,7 +66,7 @@ class _Chat(msgspec.Struct):
 class _Lookup(msgspec.Struct):
     """A record of LMCache's lookup logs. Only full chunks have hashes.
 
-    chunk_size: tokens of a chunk; 0 if LMCache does not know them.
+    chunk_size: number of tokens of a chunk; 0 if LMCache does not know it.
     """
 
     chunk_hashes: list[str]
