@@ -106,6 +106,7 @@ def agree_on_profile(
     """Pass a profile to a store. Return the profile with facts that the store records.
 
     Every process that opens the store for a command calls this function.
+    profile: profile of the command; None for the profile that an archive records.
     looks_only: see `Profiled.use_profile`.
     Raises as `profile_from_options` does.
     """

@@ -126,7 +126,7 @@ def stamp_differences(
 
 @contextmanager
 def _opened(store: Store, *, writes: bool, makes: bool = False) -> Iterator[Directory | None]:
-    """Open the directory of a store's stamps until the block ends; None if it is missing.
+    """Open the directory of a store's stamps for a `with` block; None if it is missing.
 
     makes: whether to create the directory.
     """
