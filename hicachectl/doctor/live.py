@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # Lost tokens are computed again, which costs time and nothing else. A loss of less than a twentieth
 # changes the load of a server less than the time of day does, and every busy server has such
-# losses. If half or more is lost, the store loses more than it gives.
+# losses. If half or more is lost, the store is of little use.
 _WARN_SHARE = 0.05
 _FAIL_SHARE = 0.5
 # If fewer tokens are lost than this many look-ups of the smallest size have, the loss can be one
