@@ -130,8 +130,8 @@ def choose(
 def own_rows(inventory: Inventory) -> IntArray:
     """Return the rows of objects that benches have left, as after a kill: [n].
 
-    The keys of a page that was written for only some of its ranks can have two readings. An object
-    counts if one reading names the model of a bench.
+    If a page was written for only some of its ranks, its keys can be read in two ways. An object
+    counts if one of them names the model of a bench.
     """
     own = [
         any(reading.names.model == OWN_MODEL for reading in resolved.readings)
