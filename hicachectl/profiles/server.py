@@ -179,8 +179,8 @@ def told_pools(layout: Mapping[str, Any] | None) -> dict[str, str]:
 def _contradictions(profile: Profile, layout: Mapping[str, Any]) -> list[str]:
     """Return a message for each fact in a server's key layout that the profile contradicts.
 
-    The layout shows what the server really does, while options may have replaced flags in the
-    profile.
+    The layout shows what the server really does. The profile can differ, because options can
+    replace its flags.
     """
     described = layout.get("hicache_object_layout")
     described = described if isinstance(described, Mapping) else {}
