@@ -101,7 +101,7 @@ def pages_with_problems(parts: Iterable[PrewarmFacts]) -> pa.StringArray:
 
 
 class Watch:
-    """Watch over the objects that were written first, to see whether the destination evicts them."""
+    """Watch over the objects that were written first, to see if the destination evicts them."""
 
     def __init__(self, store: Store, survey: Survey) -> None:
         self._store = store
