@@ -103,7 +103,7 @@ class Freeing:
     groups: numbers of the groups that would reach the target in the store's present state.
     remarks: messages about groups that do not leave, or do not leave first.
     lacking: bytes that must still be removed for the target.
-    facts: member `free` of the document; None until `conclude` is called.
+    facts: member `free` of the removal's document; None until `conclude` is called.
     """
 
     def __init__(self, request: FreeRequest, candidates: _Candidates, gauge: Gauge) -> None:

@@ -110,7 +110,7 @@ def rank_by_plan(pages: pa.StringArray) -> Rank:
 
 
 def pages_within(budget: int, profile: Profile | None, *, hashed: bool) -> int:
-    """Return how many pages fit into a file store.
+    """Return how many pages of a file store fit into a budget.
 
     A page counts with the objects of all ranks, but without trailing pools.
     budget: number of bytes.
