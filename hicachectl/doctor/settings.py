@@ -385,7 +385,7 @@ def _values(states: Iterable[Mapping[str, Any]], name: str) -> str:
 def _evidence(server: LiveServer, *names: str) -> str:
     """Return the values of settings, and where the server states them.
 
-    Take the values of ranks if they state a setting, because their values are live.
+    If ranks state a setting, take their values, because these are current.
     """
     found = []
     for name in names:
