@@ -1,8 +1,9 @@
 """Identities, which name the facts that decide whether a server may use an object's bytes.
 
 Two objects under one key can differ in weights, dtype or layout, which no key shows. An identity
-names such facts. Its hash is in each trailer, and in the tag of Mooncake keys. An identity has no
-paths, times or ranks, so that all hosts of a deployment compute the same identity.
+names such facts. Its hash is in each trailer. The tag of Mooncake keys is a hash of the identity of
+the anchor and of some other facts (`deployment_tag`). An identity has no paths, times or ranks, so
+that all hosts of a deployment compute the same identity.
 """
 
 from __future__ import annotations
@@ -148,11 +149,12 @@ def deployment_tag(
 ) -> str:
     """Return the `extra_backend_tag` of a deployment's Mooncake keys: 32 hex digits.
 
-    All objects of a group need one tag, so all ranks and stages compute the same tag. Their pools
-    are equal except for drafts. The tag covers no sizes of objects, because each read compares
-    sizes.
+    All objects of a group need one tag, so all ranks and stages compute the same tag. Ranks and
+    stages have the same pools, except for drafts. The tag covers no sizes of objects, because each
+    read compares sizes.
 
-    anchor: identity of the anchor's page with all parts.
+    anchor: identity of an anchor object that holds all parts of a rank's page. Its part and its
+        draft weights do not count.
     sidecars: dtypes of the other pools by name, without drafts.
     tp_size: attention TP size, if keys name the TP rank; None if the ranks share the anchor. The
         tag covers the TP size because of models with fewer heads than ranks. In such a model, an

@@ -19,7 +19,9 @@ RUN_PROBE = (
     "run hicachectl profile --print-probe > probe.py, and in the server's environment python "
     "probe.py with the server's flags; it prints the profile"
 )
-NAME_WEIGHTS = "give the weights a name: --weights TEXT, or identity of the plug-in"
+NAME_WEIGHTS = (
+    "give the weights a name, with --weights TEXT or with the setting identity of the plug-in"
+)
 OTHER_BYTES = "other weights, dtype, layout or rank"  # differences that a trailer shows
 PAGES_COMPARED = (
     "pages are compared with each other, so a pool, part or rank missing everywhere goes "

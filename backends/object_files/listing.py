@@ -418,10 +418,10 @@ class FileListings(ReportsLosses):
                 "it with the clocks of the file server and of the servers"
             )
         if count := sum(left_out.cleared):
-            objects = "object" if count == 1 else "objects"
+            are = "object is" if count == 1 else "objects are"
             remarks.append(
-                f"{path}: {count} {objects} from before a server cleared the store, which no "
-                f"server reads; hicachectl rm {path} --temporaries removes them"
+                f"{path}: {count} {are} from before a server cleared the store, so no server "
+                f"reads them; hicachectl rm {path} --temporaries removes them"
             )
         return tuple(remarks)
 
@@ -464,7 +464,7 @@ class FileListings(ReportsLosses):
                     yield directory, os.fsdecode(name)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files, by one stat for each key."""
+        """Return which keys are regular files from after the last clear. Each key takes one stat."""
         objects, calls = self._files.objects, self._files.concurrency
         keys = keys_of(rows)
         found = np.zeros(len(keys), dtype=np.bool_)

@@ -2,7 +2,8 @@
 
 A label is the tag and model as in the keys, then the sizes that the keys state, such as
 `Qwen-Qwen3-32B tp4 pp2`. It omits two facts that only a profile states. One is the TP size of
-Mooncake pages. The other is the boundary between tag and model. Documents have labels. Texts for
+Mooncake pages. The other is where the tag (Mooncake's `extra_backend_tag`) ends and the model
+begins. Documents have labels. Texts for
 people have `label_text`.
 """
 

@@ -224,7 +224,8 @@ class DeviceRun:
             lane.wait()
             torch.cuda.empty_cache()  # the graph allocates its own memory
             graph = torch.cuda.CUDAGraph()
-            lane.graphs.append(graph)  # keeps the graph if the device fails, see `_ABANDONED`
+            # After a device failure, `checker._ABANDONED` keeps the lane, and so its graphs.
+            lane.graphs.append(graph)
             with _capturing(graph, lane):
                 results = launch(self.most)
         except RuntimeError as error:  # torch.OutOfMemoryError, or CUDA's while building the graph

@@ -297,8 +297,8 @@ def _worst(
 
     The check fails if any page has an error. It warns if many pages have warnings.
     pages: number of pages that were judged.
-    errors: predicate of the pages with errors.
-    warnings: predicate of the pages with findings.
+    errors: words that follow "N of M pages" in the text about pages with errors.
+    warnings: the same for pages with findings.
     """
     number, status, predicate = findings.damaged(_severe(found)), FAIL, errors
     if not number:

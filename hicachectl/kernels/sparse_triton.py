@@ -1,14 +1,15 @@
 """Kernels of the sparse loader; tests compare a step with a model in plain Python.
 
 One program plans the step of one request:
-1. Each slot writes its number into a table over all positions, `marks`, at its token's position.
+1. A slot is a place for one row in the request's device buffer. Each slot writes its number into
+   `marks`, a table over all positions, at the position of its row.
 2. Each entry of the top-k reads the slot number at its position. Marks of earlier steps remain in
    the table, so the entry is a hit only if this slot has the token of the entry. A hit flags the
    slot as used.
 3. One scan of the flags, least recently used slot first, gives the new order and the slots that
    may be overwritten.
-4. If positions are missing, the first entry of each missing position is ranked, and gets the slot
-   of the same rank.
+4. If positions are missing, their first entries are numbered in the order of the top-k. Entry n
+   gets the n-th of the slots that may be overwritten.
 
 Dependent accesses to L2, and accesses at scattered addresses, take most of the time. So the kernel
 makes few of both: it reads tables in order where possible, and looks values up in shared memory by
@@ -114,7 +115,7 @@ def plan_step(
     top_k: [R, k] int32, positions; -1 for no position.
     seq_len: [R] int32, lengths of the sequences.
     tokens, lru: [R, N] int32, see `SparseLoader`; updated in place.
-    loaded: [R] int32, length of a sequence of at most N tokens after its last step, else 0; updated
+    loaded: [R] int32, the sequence's length in its last step if that was at most N, else 0; updated
         in place.
     plan: overwritten.
     Does not check or synchronise.
@@ -235,8 +236,8 @@ def _plan_step(
     # sequence was cut back, slots of positions behind the cut have outdated rows.
     kept = tl.where(short, slot, token)
     kept = tl.where(kept < end, kept, -1)
-    # A short sequence needs no marks. The table covers only the positions of `pages`. A sequence
-    # can have loaded a token behind them while it was short; such a token has no mark.
+    # A short sequence needs no marks. The table covers only the positions of `pages`. While a
+    # sequence was short, it can have loaded tokens at later positions; these tokens have no marks.
     columns = tl.where(short, 0, page_columns)
     tl.store(marks + kept, slot, mask=(kept >= 0) & (kept < columns * PAGE_SIZE))
     tl.store(used + slot, 0, mask=in_n)
@@ -285,7 +286,7 @@ def _plan_step(
     place = tl.where(stale & (rank >= overwritten), slot - up_to, N - total + up_to - 1)
     tl.store(lru + place, order, mask=in_n)
 
-    # All rows of a short sequence that are not yet loaded are loaded now.
+    # Of a short sequence, all rows before the newest that are not yet loaded are fetched.
     grown = tl.where(short, tl.maximum(newest - begin, 0), 0)
     tl.store(positions + slot, begin + slot, mask=slot < grown)
     tl.store(slots + slot, begin + slot, mask=slot < grown)

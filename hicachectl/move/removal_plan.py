@@ -49,7 +49,8 @@ class RepairPlan:
         store, and removals do not repair them.
     others: number of groups that were left out although they have findings, because the profile
         does not describe them.
-    mixed: number of groups that were left out because they have an object of a mix (`SizeMix`).
+    mixed: number of groups that were left out because they have an object of a kind
+        with several common sizes (`SizeMix`).
     warned: number of groups with warnings on which a repair could act; 0 if the plan has groups.
     warnings: codes of these warnings.
     refused: reason why the plan has no groups although there are findings to repair; else None.
@@ -189,9 +190,11 @@ class RemovalBatch:
     numbers: [k] group numbers.
     pages: [k] page hashes.
     by_choice: whether the user chose the groups, which then need no fault.
-    absent: [cells] whether the slot was empty, but this is not why its group is removed.
-    lacked: [cells] whether a finding names the missing object of the slot. Then a whole group has
-        this object, even if no server waits for it, such as an object of a draft.
+    absent: [cells] True for a slot that was empty in the listing, in a group that is not removed
+        because of missing objects.
+    lacked: [cells] whether a finding names the missing object of the slot. Such a group counts as
+        whole only if it has this object, even if no server waits for the object, such as one of a
+        draft.
     owners: [n] group of each object, ascending.
     slots: [n] slot of each object in the shape.
     unwanted: [n] whether the object is a reason for removal.

@@ -151,8 +151,9 @@ class NamedGroups:
         more = f" ({len(several)} such pages)" if len(several) > 1 else ""
         raise UsageError(
             f"{self.listed.source}: page {page} has groups of {number} deployments: {shown}{more}; "
-            f"list rows that name the group (hicachectl ls {store} --format jsonl), choose one "
-            "with --model, --tag, --tp, --pp or --cp, or give --all-deployments to remove all"
+            f"write rows that name the group (hicachectl ls {store} --format jsonl), choose a "
+            "deployment with --model, --tag, --tp, --pp or --cp, or give --all-deployments to "
+            "remove all"
         )
 
 

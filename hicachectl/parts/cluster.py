@@ -234,7 +234,10 @@ class Cluster(Closing):
         )
 
     def _cancel(self, task: Any) -> None:
-        """Cancel a task, and wait until it has ended. Do nothing if it has ended already."""
+        """Cancel a task, and wait until it has ended. Do nothing if it has ended already.
+
+        After _CANCEL_SECONDS, cancel the task by force, and do not wait.
+        """
         until = time.monotonic() + _CANCEL_SECONDS
         with suppress(self._ray.exceptions.RayError, StopIteration):
             self._ray.cancel(task)
@@ -247,7 +250,7 @@ class Cluster(Closing):
 def _refuse_unreachable(address: str) -> None:
     """Raise StoreUnavailable if no gRPC server listens at an address.
 
-    Ray itself would try for minutes.
+    Ray itself would try for minutes. With TLS, only the connection is tried.
     """
     host, _, port = address.rpartition(":")
     place = (host.strip("[]"), int(port))

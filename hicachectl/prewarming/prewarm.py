@@ -219,7 +219,8 @@ def finish_facts(
 
     pages: planned copies; None if no copy was planned.
     names: see `PagePlan`.
-    without: pages that count as missing, because the destination may have other objects of them.
+    without: pages whose copy had a problem. They count as missing, although the destination may
+        have objects of them.
     until: `time.monotonic()` of the end; None for no limit. If the listing takes longer, no page
         counts as usable.
     pin: `pin_pages` for the planned pages; None to pin nothing.
@@ -348,8 +349,8 @@ def plan_prewarm(
 def _pages_to_fit(plan: PagePlan, request: PrewarmRequest) -> pa.StringArray:
     """Return the requested pages that may be missing because an object has a wrong size.
 
-    If the request has chains, these are the pages within reach that servers cannot restore from the
-    source.
+    If the request has chains, these are pages that a server can take from a store
+    (`Requests.reach`), but cannot restore from the source.
     """
     if request.requests is None:
         return plan.names
@@ -401,7 +402,8 @@ def _executed(
     Return the results of `finish_facts`, and the exception of an interrupt; None without one.
     """
     destination = warming.destination
-    # Also finish a pack that a killed run left, even if no page is missing.
+    # In a pack, the mark also takes over the writes of a killed run, so that closing finishes the
+    # pack even if no page is missing.
     RunMark.new().put(destination)
     count = partial(
         finish_facts,

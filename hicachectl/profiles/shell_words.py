@@ -1,6 +1,7 @@
 """Split the text of a shell into commands, and replace its plain variables by their values.
 
-Nothing is executed, and no branch, loop or function is followed. A variable is plain if:
+Nothing is executed, and no branch, loop or function is followed. A variable of the environment that
+the text only reads is plain. Another variable is plain if:
 
 - apart from places that read its value, only one place in the text names it;
 - this place is a top-level statement that assigns it;

@@ -155,7 +155,7 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         return next_steps(command, server=server, timed=oldest_ns is not None, doubtful=doubtful)
 
     def _named(self, words: list[str], deployment: str | None) -> list[str]:
-        """Return words with the placeholders of the model and its size replaced.
+        """Return words with MODEL replaced, and SIZE replaced by the sizes of the deployment.
 
         deployment: label of the deployment that gives the model and sizes; None for the profile's
             deployment.
@@ -424,7 +424,7 @@ def _choice(code: Code) -> str:
 
 
 def _condition(code: Code, written_ns: int | None) -> Iterator[str]:
-    """Yield when the command of a code is right, if the command can remove pages that servers use.
+    """Yield a line on when to run the command of a code, if it can remove pages that servers use.
 
     written_ns: latest time of an object with such a finding, Unix nanoseconds; None if unknown.
     """

@@ -464,7 +464,7 @@ def test_what_a_server_cleared_is_not_copied(
     document = migrated(invoke, source, target, *options)
     assert document["pages"] == 2
     count = 4 * len(object_specs(HYBRID, "file"))
-    said = f"{count} objects from before a server cleared the store, which no server reads"
+    said = f"{count} objects are from before a server cleared the store, so no server reads"
     assert said in document["stderr"]
     assert "unknown keys" not in document["stderr"]
     assert {name[:64] for name in files(target)} == {page(4), page(5)}

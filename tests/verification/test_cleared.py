@@ -84,7 +84,7 @@ def test_ls_lists_what_servers_find(invoke: Invoke, store: Path, profile: Path) 
     assert states == {2: "orphan", 3: "partial", 4: "whole", 5: "whole"}
     assert rows[PAGES[3]]["missing"] == [f"{PAGES[3]}{INDEXER}"]
     said = invoke("ls", store, "--objects").stderr
-    assert f"6 objects {CLEARED}, which no server reads" in said
+    assert f"6 objects are {CLEARED}, so no server reads them" in said
     assert f"hicachectl rm {store} --temporaries removes them" in said
     assert served_by(store, INDEXED, PAGES) == [False] * 4 + [True] * 2
 

@@ -297,8 +297,8 @@ def _refuse_contradictions(ctx: click.Context, options: dict[str, Any]) -> None:
         (options["trace"] or options["keep_plan"]) and options["profile_file"]
     ):
         raise click.UsageError(
-            "--and-unnamed needs --trace or --keep-plan, and also --profile, because they say "
-            "which deployment the requests name"
+            "--and-unnamed needs --trace or --keep-plan, which state the pages to keep, and "
+            "--profile, which states their deployment"
         )
     if options["trace"] and options["keep_plan"]:
         raise click.UsageError("--trace cannot be combined with --keep-plan; leave out one of them")
@@ -599,8 +599,8 @@ def _remark_choice(pages: _Pages, plan: RepairPlan, freeing: Freeing | None) -> 
 def _of_other_sizes(pages: _Pages, matching: IntArray) -> Iterator[str]:
     """Yield a remark for each deployment that differs from the profile's in its sizes only.
 
-    Without values of pages, whole pages of such a deployment leave by their last use. With values,
-    they stay or leave as `Freeing.remarks` says.
+    Without --trace and --keep-plan, whole pages of such a deployment are removed in the order of
+    their last use. With one of these options, they stay or leave as `Freeing.remarks` says.
 
     matching: numbers of the groups that match the filters and may be removed.
     """

@@ -201,7 +201,7 @@ def _text(name: str, text: str) -> Callable[[Path], object]:
         (
             lambda d: _without_shards(d, "a.bin", "b.pt"),
             FormatError,
-            "only pickles (.bin) and pickles (.pt); give the weights a name: --weights TEXT, or",
+            "only pickles (.bin) and pickles (.pt); give the weights a name, with --weights TEXT",
         ),
         (lambda d: (d / FIRST).unlink(), FormatError, "names shards that are not in the directory"),
         (
