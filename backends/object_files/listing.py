@@ -464,7 +464,7 @@ class FileListings(ReportsLosses):
                     yield directory, os.fsdecode(name)
 
     def exists(self, rows: Rows) -> BoolArray:
-        """Return which keys are regular files from after the last clear. Each key takes one stat."""
+        """Return which keys are regular files from after the last clear, by a stat for each."""
         objects, calls = self._files.objects, self._files.concurrency
         keys = keys_of(rows)
         found = np.zeros(len(keys), dtype=np.bool_)

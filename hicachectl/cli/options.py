@@ -175,7 +175,8 @@ healthcheck_option = OUTPUT.option(
 allow_leases_option = MOONCAKE.option(
     "--allow-leases",
     is_flag=True,
-    help="Mooncake: also send queries that grant leases, which delay eviction by some seconds.",
+    help="Mooncake: also query objects whose keys have a comma. Such queries grant leases, which "
+    "delay eviction by some seconds.",
 )
 
 

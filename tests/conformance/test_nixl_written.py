@@ -182,7 +182,7 @@ def test_a_part_of_sglangs_directories_is_refused(
         "migrate": ("migrate", many_pages.url, part, *profile),
     }[command]
     said = invoke(*command_line, exit_code=2).stderr
-    assert "has the objects of one of 3 directories, but 1 given" in said
+    assert "has the objects of one of 3 directories, but the URL has 1" in said
 
 
 @pytest.fixture(scope="module")

@@ -105,7 +105,8 @@ _repair_options = stack(
     REPAIR.option(
         "--writers-stopped",
         is_flag=True,
-        help="3FS: confirm that no server writes; --repair then also releases leaked pages.",
+        help="3FS: confirm that no server writes. --repair then also releases leaked pages, which "
+        "are neither free nor under a key.",
     ),
     REPAIR.option(
         "--despite-profile",
@@ -160,7 +161,8 @@ class _Command(Command):
     type=NameList(),
     repeats=True,
     help="Count an object as rewritten by a server if one of these fields, such as inode,mtime, "
-    "differs from the catalog. For an unknown field, the error lists the fields of the store. "
+    "differs from the catalog. If the store does not have a field, the error message lists the "
+    "fields that it has. "
     " [default: all fields]",
 )
 @RECORDS.option(
