@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from hicachectl.backends.disk.io import Closing
 from hicachectl.backends.urls import meant_store, parse_url, target_of
-from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend
+from hicachectl.formats.errors import StoreUnavailable, UnsupportedByBackend, UsageError
 from hicachectl.formats.eviction import Policy
 
 if TYPE_CHECKING:
@@ -368,7 +368,12 @@ def open_store(text: str, *, config: Config | None = None, create: bool = False)
     create: open with `Store.create`.
     """
     url = parse_url(text, config)
-    if not create and (meant := meant_store(text, config)):
+    if meant := meant_store(text, config):
+        if create:  # a new directory of this name would hardly be meant
+            raise UsageError(
+                f"{text}: does not exist, and a store has this name; write {meant} for the store, "
+                f"or ./{text} for a new directory"
+            )
         raise StoreUnavailable(f"{url.path}: No such file or directory; did you mean {meant}?")
     module, _, name = target_of(url).partition(":")
     backend: type[Store] = getattr(import_module(module), name)

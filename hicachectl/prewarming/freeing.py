@@ -132,7 +132,8 @@ class Freeing:
         if request.worth is None and not candidates.incomplete[: len(self.groups)].all():
             self.remarks.append(
                 "rm does not know which page follows which, because neither --trace nor "
-                "--keep-plan is given; servers cannot use the pages that follow a removed page"
+                "--keep-plan is given; servers cannot use the pages that follow a removed page, so "
+                "give --trace if you have a log of requests"
             )
         if spared := len(candidates.spared):
             cost = human_size(candidates.in_place(len(self.groups)))

@@ -336,8 +336,8 @@ def unreachable_text(document: Mapping[str, Any]) -> str:
     some = f" ({distinct} distinct)" if distinct != pages else ""
     verb = "is" if pages == 1 else "are"
     return (
-        f"{counted(pages, 'whole page')}{some} {verb} out of reach, because an earlier page is not "
-        "usable"
+        f"{counted(pages, 'whole page')}{some} {verb} out of reach, because servers can restore "
+        "only shorter prefixes"
     )
 
 

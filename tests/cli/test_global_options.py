@@ -78,6 +78,22 @@ def test_a_store_name_with_a_typing_error_is_recognised(
     assert f"{tmp_path}/prod is empty" in invoke(*given, "prod").stderr
 
 
+def test_no_directory_with_the_name_of_a_store_is_created(
+    invoke: Invoke, config: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten colon does not fill the file system of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    copy = ("--config", config, "migrate", source)
+    assert invoke(*copy, "prod", exit_code=2).stderr == (
+        "hicachectl: prod: does not exist, and a store has this name; write prod: for the store, "
+        "or ./prod for a new directory\n"
+    )
+    assert not (tmp_path / "prod").exists()
+    invoke(*copy, "./prod")
+    assert (tmp_path / "prod").is_dir()
+    invoke(*copy, "prod")
+
+
 @pytest.mark.parametrize(
     ("line", "level"),
     [("ls X", "WARNING"), ("-v ls X", "INFO"), ("ls X -v", "INFO"), ("-v ls -v X", "DEBUG"),

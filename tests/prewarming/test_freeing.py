@@ -93,7 +93,8 @@ def test_without_values_the_end_of_a_request_leaves_first(invoke: Invoke, tmp_pa
     assert pages_of(store) == {page(0)}
     assert (
         "hicachectl: rm does not know which page follows which, because neither --trace nor "
-        "--keep-plan is given; servers cannot use the pages that follow a removed page"
+        "--keep-plan is given; servers cannot use the pages that follow a removed page, so give "
+        "--trace if you have a log of requests"
     ) in output.stderr
 
 

@@ -294,7 +294,8 @@ def test_a_table_is_for_people(invoke: Invoke, tmp_path: Path, dsa: tuple[Path, 
     assert out[1].split() == ["0", "20", "3", "3", "12", "12", "1", "kv", "page", page(3)[:16]]
     assert out[3].split() == ["2", "12", "3", "3", "12", "12", "0", "-"]
     assert out[4:] == [
-        "2 whole pages (1 distinct) are out of reach, because an earlier page is not usable",
+        "2 whole pages (1 distinct) are out of reach, because servers can restore only shorter "
+        "prefixes",
         "69% of 52 tokens served by x/dsa tp 1",
     ]
 

@@ -168,7 +168,7 @@ def test_a_summary_has_causes_in_place_of_requests(
     assert invoke(*words, "--summary").stdout.splitlines() == [
         "STOPPED BY  REQUESTS  LOST PAGES  LOST TOKENS  UNREACHABLE",
         "kv                30          70          280           30",
-        "30 whole pages are out of reach, because an earlier page is not usable",
+        "30 whole pages are out of reach, because servers can restore only shorter prefixes",
         "56% of 640 tokens served by x/dsa tp 1",
     ]
 
