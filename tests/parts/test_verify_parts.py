@@ -528,7 +528,7 @@ def test_a_repair_shows_progress_while_it_reads(
     moved: list[tuple[int, int]] = []
 
     @contextmanager
-    def noted(ctx: object, label: str) -> Iterator[Callable[[int, int], None]]:
+    def noted(*_: object) -> Iterator[Callable[[int, int], None]]:
         yield lambda new, total: moved.append((new, total))
 
     monkeypatch.setattr("hicachectl.cli.commands.parts.bytes_progress", noted)
