@@ -286,7 +286,9 @@ def report_lines(
     elif len(placed):
         groups = group_findings(placed, time.time())
         yield from _group_lines(groups, shown.limit, screen)
-        done = document.get("dry_run") is False and not document["repair_refused"]
+        # A run that repaired no page did not do what the commands say: the user may have declined.
+        repaired = document["repaired"] > 0 and not document.get("repair_refused")
+        done = document.get("dry_run") is False and repaired
         many = {
             name for name, count in document["counts"].items() if 2 * count >= document["objects"]
         }

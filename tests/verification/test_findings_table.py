@@ -13,6 +13,7 @@ from hicachectl.verification.report_text import Mending
 from tests.move.migrations import demo_store, profile_file
 from tests.move.repairs import dsa_store, indexer, kv, lacking_store, shorten
 from tests.stores import DSA, page, put
+from tests.terminals import answering
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,6 +161,22 @@ def test_a_repair_that_a_code_asked_for_is_not_suggested_again(
     repaired = invoke(*asked, *code, "--yes", exit_code=4).stdout
     assert "1 page repaired" in repaired
     assert "To mend" not in repaired
+
+
+def test_a_declined_repair_is_suggested_again(invoke: Invoke, tmp_path: Path) -> None:
+    store, described = demo_store(tmp_path / "store"), profile_file(tmp_path / "demo.toml")
+    for path in store.glob("*.bin"):
+        set_age(path, TWO_HOURS)
+    shortened = next(path for path in store.glob("*_0_2.bin") if ".mamba" not in path.name)
+    os.truncate(shortened, 1000)
+    set_age(shortened, TWO_HOURS)
+    asked = ("verify", store, "--profile", described, "--checks", "sizes", "--repair", "delete")
+    with answering("n"):
+        declined = invoke(*asked, exit_code=4)
+    assert "Nothing was repaired" in declined.stderr
+    assert "\ntruncated:\n" in declined.stdout.partition("To mend")[2]
+    with answering("y"):
+        assert "To mend" not in invoke(*asked, exit_code=4).stdout
 
 
 def test_pages_that_only_take_space_can_be_removed(invoke: Invoke, tmp_path: Path) -> None:
