@@ -24,6 +24,7 @@ from click.core import ParameterSource
 from hicachectl.cli.parameters import (
     PREFIX,
     SERVERS,
+    TRANSFORM,
     Option,
     long_name,
     on_command_line,
@@ -164,7 +165,8 @@ def _with_profile(ctx: click.Context, error: ContradictionError) -> str:
     --to options, the error may be about the profile that these options make of the file's profile.
     """
     file = ctx.params.get(_PROFILE)
-    if file is None or any(value for name, value in ctx.params.items() if name[:3] == "to_"):
+    changes = (option.name for option in options_of(ctx.command) if option.section is TRANSFORM)
+    if file is None or any(map(ctx.params.get, changes)):
         return str(error)
     problem, next_step = divided(str(error))
     if not error.has_own_pages:

@@ -30,7 +30,7 @@ from hicachectl.checks.codes import (
     next_steps,
 )
 from hicachectl.checks.registry import code_named
-from hicachectl.formats.keys.labels import label_text
+from hicachectl.formats.keys.labels import label_name, label_sizes, label_text
 from hicachectl.formats.objects import AXES
 from hicachectl.text.tables import table_lines
 from hicachectl.text.terminal import escape_controls, shortened
@@ -50,7 +50,8 @@ _REPAIR = ("--repair", "quarantine")
 _SIZE, _PROFILE, _DESTINATION = "SIZE", "FILE", "DST"
 _GIVEN, _TARGET, _SERVER = "--profile", "--to-profile", "--server"
 # A label of `keys.labels` whose model name is not escaped.
-_LABEL = re.compile(r"([^\s%?]{2,}|[^\s%?-])((?: [a-z]+[0-9]+)*)")
+# Characters that a label escapes or marks, so that --model cannot take the name as it stands.
+_ESCAPED = re.compile(r"[\s%?]")
 
 
 class Mending(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,12 +161,12 @@ class Mending(msgspec.Struct, frozen=True, kw_only=True):
         deployment: label of the deployment that gives the model and sizes; None for the profile's
             deployment.
         """
-        label = _LABEL.fullmatch(deployment or self.model)
-        if label is None or MODEL not in words:
+        name = label_name(deployment) if deployment else self.model
+        sizes = label_sizes(deployment) if deployment else {}
+        if not name or _ESCAPED.search(name) or MODEL not in words:
             return words
-        named = [quote(label[1]) if word == MODEL else word for word in words]
-        found = re.findall(r"([a-z]+)([0-9]+)", label[2])
-        stated = {axis: int(size) for axis, size in found if axis in AXES}
+        named = [quote(name) if word == MODEL else word for word in words]
+        stated = {axis: size for axis, size in sizes.items() if axis in AXES}
         others = any(self.sizes.get(axis) != size for axis, size in stated.items())
         if _SIZE in words and others:
             at = named.index(_SIZE) - 1
